@@ -9,6 +9,7 @@ one that does not is refused (see :class:`TracingCache`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,19 +33,21 @@ class TracingCache(Cache):
     attention code, or shares keys and values between layers is found by :meth:`check_complete`.
 
     Args:
-        past: keys and values of each layer in turn, ``[1, Hkv, C, D]`` each.
+        past: keys and values of each layer in turn, ``[1, Hkv, C, D]`` each; None for an exploratory
+            run without a past.
         full_mask: additive mask ``[1, 1, N, C+N]`` for layers that see the whole context.
-        sliding_mask: the same for layers with a sliding window, or None.
+        sliding_mask: the same for layers with a sliding window; None where no window is smaller
+            than the context, so that the full mask serves them too.
     """
 
     def __init__(
         self,
-        past: tuple[torch.Tensor, ...],
+        past: Sequence[torch.Tensor] | None,
         full_mask: torch.Tensor,
         sliding_mask: torch.Tensor | None,
     ) -> None:
         super().__init__(layers=[])
-        self.past = list(zip(past[0::2], past[1::2], strict=True))
+        self._past = None if past is None else list(zip(past[0::2], past[1::2], strict=True))
         self.full_mask = full_mask
         self.sliding_mask = sliding_mask
         self.windows: set[int | None] = set()
@@ -72,6 +75,13 @@ class TracingCache(Cache):
             "this model's attention does not use the keys and values of its cache as they are "
             "(shared between layers, or changed after the cache)"
         )
+
+    def past_of(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._past is None:
+            return key[:, :, :0], value[:, :, :0]
+        return self._past[layer]
 
     def check_complete(self, layers: int) -> None:
         """Raise UnsupportedModelError unless every layer went through the attention function once."""
@@ -121,7 +131,7 @@ def split_attention(
     cache = _active[-1]
     layer = cache.layer_of(key, value)
     cache.attended.append(layer)
-    past_key, past_value = cache.past[layer]
+    past_key, past_value = cache.past_of(layer, key, value)
     if attention_mask is None:
         raise UnsupportedModelError("this model runs attention without a causal mask")
 
@@ -156,9 +166,7 @@ def host_mask(
     cache = _active[-1]
     window = _window_of(mask_function, local_size)
     cache.windows.add(window)
-    if window is None:
-        return cache.full_mask
-    if cache.sliding_mask is None:  # first, exploratory run: which masks are needed is not known yet
+    if window is None or cache.sliding_mask is None:
         return cache.full_mask
     return cache.sliding_mask
 

@@ -173,7 +173,9 @@ class Artifact:
         """Compare the SHA-256 of every file with the manifest; raise ArtifactError on the first that differs."""
         for name, info in self.manifest.files.items():
             if sha256(self.path / name) != info.sha256:
-                raise ArtifactError(f"{self.path / name} was altered after the export: {_EXPORT_AGAIN}")
+                raise ArtifactError(
+                    f"{self.path / name} was altered after the export: {_EXPORT_AGAIN}"
+                )
 
 
 _EXPORT_AGAIN = "the artifact is damaged, export it again"
@@ -184,7 +186,9 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and validate ``npu_llm.json``; see :meth:`Artifact.open` for the errors."""
     file = folder / MANIFEST
     if not folder.is_dir():
-        raise ArtifactError(f"{folder} is not a folder: give the folder that `npu-llm export` wrote")
+        raise ArtifactError(
+            f"{folder} is not a folder: give the folder that `npu-llm export` wrote"
+        )
     if not file.is_file():
         raise ArtifactError(
             f"{folder} is not an npu-llm artifact (it has no {MANIFEST}): "

@@ -16,7 +16,7 @@ _MANAGED = {
     "past_key_values": "the KV cache belongs to the generator",
     "attention_mask": "it is computed from the prompt",
     "cache_position": "it is computed from the prompt",
-    "use_cache": "an artifact exported with --no-kv-cache, or kv=\"none\", runs without a cache",
+    "use_cache": 'an artifact exported with --no-kv-cache, or kv="none", runs without a cache',
 }
 
 
@@ -92,9 +92,7 @@ def _check_int(name: str, value: object, *, minimum: int) -> None:
         raise OptionError(f"{name} must be a whole number of at least {minimum}, not {value!r}")
 
 
-def _check_float(
-    name: str, value: object, low: float, high: float, *, above: bool = False
-) -> None:
+def _check_float(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and math.isfinite(value) and low <= value <= high and not (above and value == low):  # type: ignore[arg-type, operator]
         return
