@@ -61,8 +61,13 @@ class TracingCache(Cache):
     def __exit__(self, *_: object) -> None:
         _active.pop()
 
-    def update(  # type: ignore[override]
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.new[layer_idx] = (key_states, value_states)
         return key_states, value_states
@@ -99,7 +104,7 @@ class TracingCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # type: ignore[override]
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
@@ -146,12 +151,16 @@ def split_attention(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores + attention_mask
-    if s_aux is not None:  # a learned sink: one more column that takes probability and gives nothing
+    if (
+        s_aux is not None
+    ):  # a learned sink: one more column that takes probability and gives nothing
         sink = s_aux.reshape(1, heads, 1, 1).expand(1, heads, tokens, 1)
         scores = torch.cat([scores, sink], dim=-1)
     weights = torch.softmax(scores, dim=-1)  # [1, H, N, C+N(+1)]
     weights = weights.reshape(1, kv_heads, folded.shape[2], -1)
-    mixed = weights[..., :capacity] @ past_value + weights[..., capacity : capacity + tokens] @ value
+    mixed = (
+        weights[..., :capacity] @ past_value + weights[..., capacity : capacity + tokens] @ value
+    )
     return mixed.reshape(1, heads, tokens, -1).transpose(1, 2), None
 
 

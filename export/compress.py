@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import openvino as ov
+from numpy.typing import NDArray
 from openvino import opset13 as ops
 
 from npu_llm.artifact import WeightsInfo
@@ -96,10 +97,11 @@ def _replace_constant(old: ov.Node, new: ov.Node) -> None:
     old.output(0).replace(ops.convert(new, "f32").output(0))
 
 
-def _as_f32(constant: ov.Node) -> np.ndarray:
+def _as_f32(constant: ov.Node) -> NDArray[np.float32]:
     if constant.get_element_type() == ov.Type.bf16:
-        raw = constant.get_data(dtype=np.uint16) if False else constant.data.view(np.uint16)
-        return (raw.astype(np.uint32) << 16).view(np.float32)
+        raw = constant.data.view(np.uint16)
+        widened: NDArray[np.float32] = (raw.astype(np.uint32) << 16).view(np.float32)
+        return widened
     return np.asarray(constant.data, dtype=np.float32)
 
 

@@ -45,11 +45,15 @@ def find_source(model: str, revision: str | None, trust_remote_code: bool) -> So
     if path.is_file() and path.suffix == ".gguf":
         return Source(path.name, str(path.parent), path.name, None, trust_remote_code)
     if path.is_file():
-        raise ExportError(f"{model} is not a .gguf file: give a model folder, a hub id or a .gguf file")
+        raise ExportError(
+            f"{model} is not a .gguf file: give a model folder, a hub id or a .gguf file"
+        )
     if path.is_dir():
         return _find_folder(path, trust_remote_code)
     if _looks_like_path(model):
-        raise ExportError(f"there is no model at {model}: give a model folder, a hub id or a .gguf file")
+        raise ExportError(
+            f"there is no model at {model}: give a model folder, a hub id or a .gguf file"
+        )
     return Source(model, model, None, revision, trust_remote_code)
 
 
@@ -118,7 +122,9 @@ def check_architecture(config: PreTrainedConfig, source: Source) -> None:
         )
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        method = (
+            quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        )
         raise UnsupportedModelError(
             f"this checkpoint is quantized already ({method}): export the original one, "
             "and choose --weights int4 or int8"
@@ -141,8 +147,7 @@ def load_model(source: Source, config: PreTrainedConfig) -> PreTrainedModel:
     # A GGUF file holds a few bits a weight: f16 is enough for them, and half of f32.
     dtype = torch.float16 if source.gguf_file else "auto"
     try:
-        model: PreTrainedModel
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.location,
             dtype=dtype,
             low_cpu_mem_usage=True,
@@ -151,6 +156,8 @@ def load_model(source: Source, config: PreTrainedConfig) -> PreTrainedModel:
         )
     except Exception as error:
         raise _not_loadable(source, error) from error
+    model: PreTrainedModel
+    model, report = loaded
     missing = sorted(report.get("missing_keys", []))
     if missing:
         raise ExportError(
@@ -180,7 +187,11 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
     from transformers import AutoTokenizer
 
     folder = Path(source.location)
-    if folder.is_dir() and source.gguf_file is None and not any(map(_is_tokenizer, folder.iterdir())):
+    if (
+        folder.is_dir()
+        and source.gguf_file is None
+        and not any(map(_is_tokenizer, folder.iterdir()))
+    ):
         return None
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -200,7 +211,7 @@ def _is_tokenizer(file: Path) -> bool:
 def _not_loadable(source: Source, error: Exception) -> ExportError:
     """Say in one line why a model could not be had, and what to do."""
     name = source.name
-    causes = []
+    causes: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(causes) < 10:
         causes.append(type(cause).__name__)

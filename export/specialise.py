@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import openvino as ov
+from numpy.typing import NDArray
 from openvino import opset13 as ops
 from openvino.preprocess import PrePostProcessor
 
@@ -139,7 +141,7 @@ def _fold_shapes(model: ov.Model) -> None:
         model.validate_nodes_and_infer_types()
 
 
-def _known_value(node: ov.Node) -> np.ndarray | None:
+def _known_value(node: ov.Node) -> NDArray[Any] | None:
     if node.get_type_name() == "ShapeOf" and node.input_value(0).get_partial_shape().is_static:
         shape = node.input_value(0).get_shape()
         return np.array(shape, dtype=_INTEGERS[node.get_element_type()])
@@ -157,12 +159,15 @@ def _is_foldable(node: ov.Node) -> bool:
     )
 
 
-def _evaluate(node: ov.Node) -> np.ndarray:
+def _evaluate(node: ov.Node) -> NDArray[Any]:
     result = ov.Tensor(node.get_output_element_type(0), node.get_output_shape(0))
     operands = [ov.Tensor(value.get_node().data) for value in node.input_values()]
     if not node.evaluate([result], operands):
-        raise UnsupportedModelError(f"{node.get_type_name()} {node.get_friendly_name()} has no constant value")
-    return result.data.copy()
+        raise UnsupportedModelError(
+            f"{node.get_type_name()} {node.get_friendly_name()} has no constant value"
+        )
+    value: NDArray[Any] = result.data.copy()
+    return value
 
 
 def _with_cache_type(model: ov.Model, cache_type: ov.Type) -> ov.Model:

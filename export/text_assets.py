@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,28 +48,44 @@ def collect(
     """
     if tokenizer is None:
         log.warning("this model has no tokenizer: the artifact takes token ids only")
+        return TextAssets(_special_tokens(model, None), generation_defaults(model), None, None)
+    backend, is_original = _faithful_tokenizer(source, tokenizer)
     return TextAssets(
-        tokens=_special_tokens(model, tokenizer),
+        tokens=_special_tokens(model, tokenizer if is_original else None, backend),
         generation_defaults=generation_defaults(model),
-        tokenizer_json=None if tokenizer is None else _faithful_tokenizer(source, tokenizer),
-        chat_template=None if tokenizer is None else _chat_template(tokenizer),
+        tokenizer_json=backend.to_str(),
+        chat_template=_chat_template(tokenizer),
     )
 
 
-def _special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> TokenInfo:
-    """All EOS ids anyone names, and a pad token: the model's own, else its EOS."""
-    owners = (model.generation_config, model.config.get_text_config(decoder=True), tokenizer)
+def _special_tokens(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    backend: tokenizers.Tokenizer | None = None,
+) -> TokenInfo:
+    """All EOS ids anyone names, and a pad token: the model's own, else its EOS.
+
+    Args:
+        model: its configurations name ids.
+        tokenizer: names ids and texts; None if it is not to be trusted with them.
+        backend: tells the text of an id.
+    """
+    text_config = model.config.get_text_config(decoder=True)
+    owners = (model.generation_config, text_config, tokenizer)
     eos = tuple(dict.fromkeys(i for owner in owners for i in _ids(owner, "eos_token_id")))
     pads = [i for owner in owners for i in _ids(owner, "pad_token_id")]
     bos = [i for owner in owners for i in _ids(owner, "bos_token_id")]
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    usable = [i for i in (*pads, *eos) if 0 <= i < vocab_size]
+    usable = [i for i in (*pads, *eos) if 0 <= i < text_config.vocab_size]
     if not usable:
         raise ExportError(
             "this model names neither a pad nor an EOS token: set pad_token_id or eos_token_id in "
             "its config.json, short prompts are padded with it"
         )
     texts = {} if tokenizer is None else _token_texts(tokenizer)
+    for name, ids in (("bos_token", bos), ("eos_token", eos), ("pad_token", pads)):
+        known = backend.id_to_token(ids[0]) if backend is not None and ids else None
+        if known is not None:
+            texts.setdefault(name, known)
     return TokenInfo(eos=eos, pad=usable[0], bos=bos[0] if bos else None, texts=texts)
 
 
@@ -85,7 +100,7 @@ def _token_texts(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     return {
         name: str(text)
         for name, text in tokenizer.special_tokens_map.items()
-        if isinstance(name, str) and not isinstance(text, list | dict)
+        if not name.startswith("additional_")
     }
 
 
@@ -115,11 +130,14 @@ def generation_defaults(model: PreTrainedModel) -> dict[str, Any]:
     return defaults
 
 
-def _faithful_tokenizer(source: Source, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Choose the tokenizer that gives text back as it was; see FACTS in the docs for why to check.
+def _faithful_tokenizer(
+    source: Source, tokenizer: PreTrainedTokenizerBase
+) -> tuple[tokenizers.Tokenizer, bool]:
+    """Choose the tokenizer that gives text back as it was, and say if it is transformers' own.
 
-    transformers may rebuild a tokenizer as another class than it was; the ``tokenizer.json`` of the
-    model's authors is the other candidate.
+    transformers may rebuild a tokenizer as another class than it was, and then encode every space
+    as an end-of-text token. The ``tokenizer.json`` of the model's authors is the other candidate.
+    What transformers rebuilds from a GGUF file is good for text, but not for naming special tokens.
     """
     candidates = _candidates(source, tokenizer)
     if not candidates:
@@ -134,10 +152,14 @@ def _faithful_tokenizer(source: Source, tokenizer: PreTrainedTokenizerBase) -> s
             f"the tokenizer turns {SAMPLES[0]!r} into {candidates[best].decode(encoded)!r}: "
             "it was rebuilt wrongly; give a folder with the model's own tokenizer.json"
         )
-    for sample in lost[best]:
-        log.warning("the tokenizer does not keep this text as it is: %r", sample)
-    text: str = candidates[best].to_str()
-    return text
+    if lost[best]:
+        log.warning(
+            "the tokenizer does not give back %d of %d sample texts as they were, such as %r",
+            len(lost[best]),
+            len(SAMPLES),
+            lost[best][0],
+        )
+    return candidates[best], best == "transformers" and source.gguf_file is None
 
 
 def _candidates(
@@ -168,7 +190,3 @@ def _lost_samples(tokenizer: tokenizers.Tokenizer) -> list[str]:
         if tokenizer.decode(encoded, skip_special_tokens=True).strip() != sample.strip():
             lost.append(sample)
     return lost
-
-
-def to_json(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

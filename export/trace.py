@@ -146,7 +146,9 @@ def _explore(
     )
     windows = {None if w is None or w >= max_length else w for w in cache.windows}
     if len(windows - {None}) > 1:
-        raise UnsupportedModelError(f"sliding windows of several sizes: {sorted(filter(None, windows))}")
+        raise UnsupportedModelError(
+            f"sliding windows of several sizes: {sorted(filter(None, windows))}"
+        )
     return shapes, windows
 
 
@@ -156,9 +158,7 @@ def _trace(
     window = next((w for w in windows if w is not None), None)
     masks = (FULL_MASK,) * (None in windows) + (SLIDING_MASK,) * (window is not None)
     example = _example(layers, masks)
-    scripted = torch.jit.trace(
-        FlatModel(model, masks), example, strict=False, check_trace=False
-    )
+    scripted = torch.jit.trace(FlatModel(model, masks), example, strict=False, check_trace=False)
     traced = ov.convert_model(scripted, example_input=example)
     _name_ports(traced, masks, layers)
     return TracedModel(traced, layers, window)
@@ -177,9 +177,7 @@ def _example(layers: Sequence[LayerCache], masks: Sequence[str]) -> tuple[torch.
     return (torch.zeros_like(positions), positions, rows, *[mask[None, None]] * len(masks), *past)
 
 
-def _name_ports(
-    model: ov.Model, masks: Sequence[str], layers: Sequence[LayerCache]
-) -> None:
+def _name_ports(model: ov.Model, masks: Sequence[str], layers: Sequence[LayerCache]) -> None:
     """Give every port its contract name and every dimension that is known its size."""
     inputs = ["input_ids", "position_ids", LOGIT_ROWS, *masks, *cache_ports(PAST, len(layers))]
     outputs = ["logits", *cache_ports(PRESENT, len(layers))]

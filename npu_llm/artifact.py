@@ -170,7 +170,7 @@ class Artifact:
                 )
 
     def check_hashes(self) -> None:
-        """Compare the SHA-256 of every file with the manifest; raise ArtifactError on the first that differs."""
+        """Compare every file's SHA-256 with the manifest; raise ArtifactError where one differs."""
         for name, info in self.manifest.files.items():
             if sha256(self.path / name) != info.sha256:
                 raise ArtifactError(
@@ -201,7 +201,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} has format {version}, this npu-llm reads up to {FORMAT_VERSION}: "
             "upgrade with `pip install -U npu-llm`, or export the model again"
         )
-    manifest = _decode(file, Manifest)
+    manifest: Manifest = _decode(file, Manifest)
     _check_names(folder, manifest)
     return manifest
 

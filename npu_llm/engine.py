@@ -23,7 +23,7 @@ from npu_llm.planner import Chunk, plan_prefill
 if TYPE_CHECKING:
     import openvino as ov
 
-DTYPES = {"f16": np.dtype(np.float16), "f32": np.dtype(np.float32)}
+DTYPES: dict[str, np.dtype[Any]] = {"f16": np.dtype(np.float16), "f32": np.dtype(np.float32)}
 
 CompileGraph = Callable[[GraphInfo], "ov.CompiledModel"]
 Logits = NDArray[np.float32]

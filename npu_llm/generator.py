@@ -425,18 +425,18 @@ def _make_engine(artifact: Artifact, compiler: ArtifactCompiler, kv: str) -> Eng
 
 
 def _check_token_ids(prompt: object, vocab_size: int) -> list[int]:
-    if not isinstance(prompt, Sequence) and not hasattr(prompt, "tolist"):
+    values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(values, Sequence):
         raise PromptError(
             "a prompt is a string, a list of chat messages or a list of token ids, "
             f"not {type(prompt).__name__}"
         )
-    values = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
             raise PromptError(
                 f"a token id is a whole number from 0 to {vocab_size - 1:,}, not {value!r}"
             )
-    return values
+    return list(values)
 
 
 def _round_up(length: int) -> int:
