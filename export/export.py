@@ -117,43 +117,62 @@ def export_model(
     return Artifact.open(target)
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """All about a model but its weights."""
+
+    info: ModelInfo
+    positions: int
+    text: text_assets.TextAssets
+    weights: WeightsInfo
+
+    @property
+    def pad_id(self) -> int:
+        return self.text.tokens.pad
+
+
 def _export(found: source.Source, request: ExportRequest, draft: Path, progress: Progress) -> None:
+    prepared, traced, reference, before = _trace(found, request, draft, progress)
+    with progress.stage(f"Compress weights to {prepared.weights.format}"):
+        compressed = compress.compress(traced.model, prepared.weights)
+    with progress.stage("Write graphs") as details:
+        _write_graphs(compressed, traced, request, draft, details)
+    del compressed
+    with progress.stage("Verify saved graphs") as details:
+        after = _compare_saved(traced, reference, request, draft, prepared.pad_id)
+        agreement = f"top-1 agreement {after.top1_agreement:.1%}"
+        details.text = f"max abs difference {after.max_abs_diff:.2g}, {agreement}"
+    with progress.stage("Write manifest"):
+        manifest = _manifest(prepared, request, traced, before, after, draft)
+        write.write_manifest(draft, manifest)
+
+
+def _trace(
+    found: source.Source, request: ExportRequest, draft: Path, progress: Progress
+) -> tuple[Prepared, TracedModel, verify.Reference, verify.Comparison]:
+    """Everything that needs the torch model, which is gone when this returns."""
     with progress.stage("Load model") as details:
         config = source.load_config(found)
         positions = _positions(config, request)
         model = source.load_model(found, config)
         tokenizer = source.load_tokenizer(found)
-        details.text = f"{type(model).__name__}, {_billions(model.num_parameters())} parameters"
+        details.text = f"{type(model).__name__}, {_size(model.num_parameters())} parameters"
     text = text_assets.collect(found, model, tokenizer)
     info = _model_info(found, config, model)
-    weights = WeightsInfo(
-        request.weights or compress.default_format(info.parameters), request.group_size
-    )
-
+    format_ = request.weights or compress.default_format(info.parameters)
+    prepared = Prepared(info, positions, text, WeightsInfo(format_, request.group_size))
+    _write_texts(text, config, model, draft)
     with progress.stage("Run reference") as details:
         reference = _make_reference(model, config, text, request)
         details.text = f"{len(reference.token_ids)} tokens in torch, f32"
     with progress.stage("Trace"):
         traced = trace_model(model, positions, request.max_length)
     with progress.stage("Verify traced graphs") as details:
-        before = _compare_traced(traced, reference, request, text.tokens.pad)
+        before = _compare_traced(traced, reference, request, prepared.pad_id)
         verify.check_traced(before)
-        details.text = (
-            f"max abs difference {before.max_abs_diff:.1e} over {before.tokens} positions"
-        )
-    with progress.stage(f"Compress weights to {weights.format}"):
-        compressed = compress.compress(traced.model, weights)
-    with progress.stage("Write graphs") as details:
-        _write_graphs(compressed, traced, request, draft, details)
-    del compressed
-    with progress.stage("Verify saved graphs") as details:
-        after = _compare_saved(traced, reference, request, draft, text.tokens.pad)
-        agreement = f"top-1 agreement {after.top1_agreement:.1%}"
-        details.text = f"max abs difference {after.max_abs_diff:.2g}, {agreement}"
-    with progress.stage("Write manifest"):
-        _write_texts(text, config, model, draft)
-        manifest = _manifest(info, request, traced, weights, text, positions, before, after, draft)
-        write.write_manifest(draft, manifest)
+        difference = f"max abs difference {before.max_abs_diff:.1e}"
+        details.text = f"{difference} over {before.tokens} positions"
+    return prepared, traced, reference, before
 
 
 def _check_request(
@@ -341,28 +360,25 @@ def _model_info(
 
 
 def _manifest(
-    info: ModelInfo,
+    prepared: Prepared,
     request: ExportRequest,
     traced: TracedModel,
-    weights: WeightsInfo,
-    text: text_assets.TextAssets,
-    positions: int,
     before: verify.Comparison,
     after: verify.Comparison,
     draft: Path,
 ) -> Manifest:
     return Manifest(
         format_version=FORMAT_VERSION,
-        model=info,
+        model=prepared.info,
         max_length=request.max_length,
-        max_positions=positions,
+        max_positions=prepared.positions,
         sliding_window=traced.sliding_window,
         cache_dtype=_SAVED_CACHE,
         layers=traced.layers,
         graphs=request.graphs,
-        weights=weights,
-        tokens=text.tokens,
-        generation_defaults=text.generation_defaults,
+        weights=prepared.weights,
+        tokens=prepared.text.tokens,
+        generation_defaults=prepared.text.generation_defaults,
         exporter=_versions(),
         verification=Verification(
             tokens=after.tokens,
@@ -385,7 +401,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _billions(parameters: int) -> str:
+def _size(parameters: int) -> str:
     return (
         f"{parameters / 1e9:.1f} billion"
         if parameters >= 1e9

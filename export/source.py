@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from npu_llm.errors import ExportError, UnsupportedModelError
+from npu_llm.errors import ExportError, OptionError, UnsupportedModelError
 from npu_llm_export.precision import compute_in_f32
 
 if TYPE_CHECKING:
@@ -40,31 +41,32 @@ def find_source(model: str, revision: str | None, trust_remote_code: bool) -> So
 
     Raises:
         ExportError: it looks like a path and nothing is there, or the folder holds no model.
+        OptionError: a revision of something that is not on the hub.
     """
     path = Path(model)
-    if path.is_file() and path.suffix == ".gguf":
+    if not model:
+        raise ExportError(f"the name of the model is empty: {_GIVE}")
+    if revision and path.exists():
+        raise OptionError(f"--revision is for models on the hub, {model} is here: leave it out")
+    if path.is_file() and path.suffix.lower() == ".gguf":
         return Source(path.name, str(path.parent), path.name, None, trust_remote_code)
     if path.is_file():
-        raise ExportError(
-            f"{model} is not a .gguf file: give a model folder, a hub id or a .gguf file"
-        )
+        raise ExportError(f"{model} is not a .gguf file: {_GIVE}")
     if path.is_dir():
         return _find_folder(path, trust_remote_code)
     if _looks_like_path(model):
-        raise ExportError(
-            f"there is no model at {model}: give a model folder, a hub id or a .gguf file"
-        )
+        raise ExportError(f"there is no model at {model}: {_GIVE}")
     return Source(model, model, None, revision, trust_remote_code)
+
+
+_GIVE = "give a model folder, a hub id or a .gguf file"
 
 
 def _find_folder(path: Path, trust_remote_code: bool) -> Source:
     if (path / "npu_llm.json").exists():
         raise ExportError(f"{path} is already exported: give the original model")
     if not (path / "config.json").exists():
-        raise ExportError(
-            f"{path} holds no Hugging Face model (it has no config.json): "
-            "give a model folder, a hub id or a .gguf file"
-        )
+        raise ExportError(f"{path} holds no Hugging Face model (it has no config.json): {_GIVE}")
     name = path.resolve().name
     return Source(name, str(path), None, None, trust_remote_code)
 
@@ -97,28 +99,27 @@ def load_config(source: Source) -> PreTrainedConfig:
 
 def check_architecture(config: PreTrainedConfig, source: Source) -> None:
     """See :func:`load_config`."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
     kind = config.model_type
     if config.is_encoder_decoder:
-        raise UnsupportedModelError(
-            f"{kind} is an encoder-decoder model: only decoder-only models can be exported"
-        )
+        raise UnsupportedModelError(f"{kind} is an encoder-decoder model: {_TAKE}")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not source.trust_remote_code:
         hint = " (its code is in its repository: --trust-remote-code runs it)"
         has_code = bool(getattr(config, "auto_map", None))
         raise UnsupportedModelError(
-            f"{kind} is not a causal language model of transformers{hint if has_code else ''}"
+            f"{kind} is not a causal language model of transformers{hint if has_code else ''}: {_TAKE}"
         )
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+        raise UnsupportedModelError(f"{kind} is an encoder, its tokens see what follows: {_TAKE}")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if getattr(model_class, "_is_stateful", False) or _recurrent_layers(config):
         raise UnsupportedModelError(
-            f"{kind} keeps a recurrent state, not only a KV cache: "
-            "only models whose whole state is a KV cache can be exported"
+            f"{kind} keeps a recurrent state, not only a KV cache: {_TAKE}, whose whole state is one"
         )
     if model_class is not None and not getattr(model_class, "_supports_attention_backend", False):
         raise UnsupportedModelError(
-            f"{kind} has its own attention code, which cannot be given fixed shapes"
+            f"{kind} has its own attention code, which cannot be given fixed shapes: {_TAKE}"
         )
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
@@ -129,6 +130,9 @@ def check_architecture(config: PreTrainedConfig, source: Source) -> None:
             f"this checkpoint is quantized already ({method}): export the original one, "
             "and choose --weights int4 or int8"
         )
+
+
+_TAKE = "take a decoder-only model such as Llama, Qwen or Gemma"
 
 
 def _recurrent_layers(config: PreTrainedConfig) -> bool:
@@ -149,6 +153,7 @@ def load_model(source: Source, config: PreTrainedConfig) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.location,
+            config=config,  # or it would be read once more, which takes seconds for a GGUF file
             dtype=dtype,
             low_cpu_mem_usage=True,
             output_loading_info=True,
@@ -199,7 +204,8 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
         )
     except Exception as error:
         raise ExportError(
-            f"the tokenizer of {source.name} cannot be loaded: {_one_line(error)}"
+            f"the tokenizer of {source.name} cannot be loaded ({_one_line(error)}): check its files, "
+            "or download it again"
         ) from error
     return tokenizer
 
@@ -222,21 +228,56 @@ def _not_loadable(source: Source, error: Exception) -> ExportError:
             f"{name} is gated: accept its licence on its hub page, then log in with `hf auth login`"
         )
     if "RevisionNotFoundError" in causes:
-        return ExportError(f"{name} has no revision {source.revision!r}: see its hub page")
+        return ExportError(
+            f"{name} has no revision {source.revision!r}: its branches and tags are on its hub page"
+        )
     if "RepositoryNotFoundError" in causes or "HFValidationError" in causes:
         return ExportError(
             f"{name} is neither a folder here nor a model on the hub: check the spelling; "
             "for a private model log in with `hf auth login`"
         )
-    if {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError"} & set(
-        causes
-    ) or "offline" in text.lower():
+    if _UNREACHABLE & set(causes) or "offline" in text.lower():
         return ExportError(
             f"{name} is not a folder here, and the hub cannot be reached: check the network and "
             "HF_HUB_OFFLINE, or give the path of a downloaded folder"
         )
-    return ExportError(f"{name} cannot be loaded: {_one_line(error)}")
+    if "HfHubHTTPError" in causes:
+        return ExportError(f"the hub did not give {name} ({_one_line(error)}): try again later")
+    if "trust_remote_code" in text:
+        return ExportError(
+            f"{name} comes with Python code of its own: read it, and run it with --trust-remote-code"
+        )
+    if "does not recognize this architecture" in text:
+        return UnsupportedModelError(
+            f"transformers {_transformers_version()} does not know the architecture of {name}: upgrade "
+            "it with `pip install -U transformers`, or take another model"
+        )
+    return ExportError(
+        f"{name} cannot be loaded ({_one_line(error)}): check its files, or download it again"
+    )
+
+
+_UNREACHABLE = {
+    "LocalEntryNotFoundError",
+    "OfflineModeIsEnabled",
+    "ConnectionError",
+    "ConnectError",
+    "ConnectTimeout",
+    "ReadError",
+    "ReadTimeout",
+    "ProxyError",
+}
+
+
+def _transformers_version() -> str:
+    return importlib.metadata.version("transformers")
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    line = " ".join(str(error).split()).rstrip(".")
+    if not line:
+        return type(error).__name__
+    return line if len(line) <= _QUOTED else line[: _QUOTED - 1] + "…"
+
+
+_QUOTED = 300  # characters of what a library said

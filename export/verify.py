@@ -12,7 +12,13 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from npu_llm.artifact import GraphInfo
-from npu_llm.engine import CachedEngine, CacheFreeEngine, CompileGraph, ModelShape
+from npu_llm.engine import (
+    CachedEngine,
+    CacheFreeEngine,
+    CompileGraph,
+    ModelShape,
+    decode_graph,
+)
 from npu_llm.errors import VerificationError
 from npu_llm.planner import Chunk
 from npu_llm_export.trace import logits_only_for
@@ -147,41 +153,46 @@ def _replay(
     reference: Reference, shape: ModelShape, compile_graph: CompileGraph, pad_id: int
 ) -> Iterator[Comparable]:
     """Yield position, logits and graph of everything that the graphs compute about the text."""
-    if any(graph.capacity for graph in shape.graphs):
-        for graph in shape.graphs:
-            if not graph.all_logits and graph.tokens > 1:
-                yield from _replay_cached(reference, shape, compile_graph, pad_id, graph)
-        if all(graph.tokens == 1 or graph.all_logits for graph in shape.graphs):
-            yield from _replay_cached(reference, shape, compile_graph, pad_id, shape.graphs[0])
-    else:
+    if not any(graph.capacity for graph in shape.graphs):
         yield from _replay_cache_free(reference, shape, compile_graph, pad_id)
+        return
+    prefill = [graph for graph in shape.graphs if graph.tokens > 1 and not graph.all_logits]
+    for graph in prefill or [decode_graph(shape.graphs)]:
+        engine = CachedEngine(shape, compile_graph, pad_id, "ring")
+        yield from _replay_prefill(engine, reference, graph)
+    # The last cache goes on: one is enough, since each prefill graph has read what it wrote.
+    yield from _replay_decode(engine, reference, shape)
 
 
-def _replay_cached(
-    reference: Reference,
-    shape: ModelShape,
-    compile_graph: CompileGraph,
-    pad_id: int,
-    prefill: GraphInfo,
+def _replay_prefill(
+    engine: CachedEngine, reference: Reference, graph: GraphInfo
 ) -> Iterator[Comparable]:
-    """Prefill with one graph; decode, then run the verify graph where there is one."""
-    engine = CachedEngine(shape, compile_graph, pad_id, "ring")
-    tokens, length = reference.token_ids, len(reference.token_ids)
-    ends = [0, *_chunk_ends(reference.prompt, prefill.tokens)]
+    """Run the prompt in chunks of one graph; its memory is freed after that."""
+    ends = [0, *_chunk_ends(reference.prompt, graph.tokens)]
     for start, end in pairwise(ends):
-        chunk = Chunk(prefill, end - start)
-        yield end - 1, engine.prefill_chunk(chunk, tokens[start:end]), prefill
+        logits = engine.prefill_chunk(Chunk(graph, end - start), reference.token_ids[start:end])
+        yield end - 1, logits, graph
+    engine.release_prefill()
+
+
+def _replay_decode(
+    engine: CachedEngine, reference: Reference, shape: ModelShape
+) -> Iterator[Comparable]:
+    """Decode some tokens one by one, and the others through the verify graph where there is one."""
+    tokens, length = reference.token_ids, len(reference.token_ids)
+    decode = decode_graph(shape.graphs)
     verify = [graph for graph in shape.graphs if graph.all_logits]
     decoded = min(length, reference.prompt + _DECODE_STEPS) if verify else length
-    decode = next(graph for graph in shape.graphs if graph.tokens == 1)
     for position in range(reference.prompt, decoded):
         yield position, engine.decode(tokens[position]), decode
-    while verify and engine.position < length:
-        start = engine.position
-        window = tokens[start : start + verify[0].tokens]
-        rows = engine.run_chunk(verify[0], window)[-len(window) :]
-        for offset, logits in enumerate(rows):
-            yield start + offset, logits, verify[0]
+    engine.release()
+    for graph in verify:
+        while engine.position < length:
+            start = engine.position
+            window = tokens[start : start + graph.tokens]
+            rows = engine.run_chunk(graph, window)[-len(window) :]
+            for offset, logits in enumerate(rows):
+                yield start + offset, logits, graph
 
 
 def _replay_cache_free(

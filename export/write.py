@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import os
 import shutil
 import tempfile
 import xml.etree.ElementTree as ElementTree
@@ -83,7 +85,7 @@ _DISK = "is the disk full?"
 
 def file_infos(folder: Path) -> dict[str, FileInfo]:
     """Sizes and hashes of every file of a folder, for the manifest."""
-    files = sorted(file for file in folder.iterdir() if file.is_file() and file.name != _LOCK)
+    files = sorted(file for file in folder.iterdir() if file.is_file())
     return {file.name: FileInfo(file.stat().st_size, sha256(file)) for file in files}
 
 
@@ -93,12 +95,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     (folder / MANIFEST).write_bytes(text + b"\n")
 
 
-_LOCK = ".exporting"
-
-
 def check_target(out: Path, *, force: bool) -> None:
     """Raise ExportError if ``out`` is taken, or must not be replaced."""
-    if not out.exists() and not out.is_symlink():
+    if not os.path.lexists(out):
         return
     if not force:
         raise ExportError(
@@ -113,51 +112,113 @@ def check_target(out: Path, *, force: bool) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(out: Path, *, force: bool) -> Iterator[Path]:
-    """A temporary sibling of ``out`` that becomes ``out`` when the block ends well.
+    """A temporary folder that becomes ``out`` when the block ends well.
 
-    Whatever goes wrong, ``out`` is untouched and the sibling is removed. A sibling left by a killed
-    process is removed by the next export to the same place.
+    Whatever goes wrong, ``out`` is untouched and nothing is left beside it. What a killed process
+    left is removed by the next export to the same place.
 
     Raises:
-        ExportError: ``out`` is taken.
+        ExportError: ``out`` is taken or cannot be written, or the disk is full.
     """
     check_target(out, force=force)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(out)
-    draft = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.partial-"))
-    lock = filelock.FileLock(draft / _LOCK)
+    missing = [folder for folder in out.absolute().parents if not folder.exists()]
     try:
-        with lock:
+        with _workspace(out) as workspace, _full_disk_said(out):
+            draft = workspace / _NEW
+            draft.mkdir()
             yield draft
-        (draft / _LOCK).unlink(missing_ok=True)
-        draft.chmod(0o755)
-        _move_into_place(draft, out, force=force)
+            _move_into_place(draft, out, workspace, force=force)
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        for folder in missing:  # where nothing was written into them
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
-def _move_into_place(draft: Path, out: Path, *, force: bool) -> None:
-    check_target(out, force=force)
-    if not out.exists():
-        draft.rename(out)
-        return
-    old = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.replaced-"))
-    out.rename(old / out.name)
+# A workspace is a hidden sibling of the folder to write, so on the same disk: a draft becomes that
+# folder by a rename. It holds the draft, the artifact that the draft replaces while the two change
+# places, and a lock: a workspace whose lock is free was left by a process that was killed.
+_NEW, _REPLACED, _LOCK = "new", "replaced", "lock"
+_ATTEMPTS = 10
+
+
+@contextlib.contextmanager
+def _workspace(out: Path) -> Iterator[Path]:
     try:
-        draft.rename(out)
-    except BaseException:
-        (old / out.name).rename(out)
-        raise
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(out)
+        folder, lock = _new_workspace(out)
+    except OSError as error:
+        raise ExportError(
+            f"{out} cannot be written ({error.strerror or error}): choose another folder"
+        ) from error
+    try:
+        yield folder
     finally:
-        shutil.rmtree(old, ignore_errors=True)
+        _put_back(folder, out)
+        lock.release()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _new_workspace(out: Path) -> tuple[Path, filelock.BaseFileLock]:
+    """Make a workspace and lock it; another export may take it for abandoned in between."""
+    for _ in range(_ATTEMPTS):
+        folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=_prefix(out)))
+        lock = filelock.FileLock(folder / _LOCK)
+        lock.acquire()
+        if (folder / _LOCK).exists():
+            return folder, lock
+        lock.release()
+    raise ExportError(f"too many exports to {out} at once: choose another folder, or wait")
+
+
+def _prefix(out: Path) -> str:
+    return f".{out.name}.partial-"
+
+
+def _move_into_place(draft: Path, out: Path, workspace: Path, *, force: bool) -> None:
+    check_target(out, force=force)
+    try:
+        if out.exists():
+            out.rename(workspace / _REPLACED)
+        draft.rename(out)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            raise
+        raise ExportError(
+            f"{out} was written by another export in the meantime: choose another folder"
+        ) from error
+
+
+def _put_back(workspace: Path, out: Path) -> None:
+    """Undo half a replacement: the old artifact was moved away, and the new one did not come."""
+    if (workspace / _REPLACED).exists() and not out.exists():
+        (workspace / _REPLACED).rename(out)
 
 
 def _remove_abandoned(out: Path) -> None:
-    for folder in out.parent.glob(f".{out.name}.partial-*"):
-        lock = filelock.FileLock(folder / _LOCK)
-        try:
-            with lock.acquire(blocking=False):
-                log.info("removing %s, left by an export that was killed", folder)
-        except (filelock.Timeout, OSError):
-            continue  # another export to the same place is running
+    for folder in out.parent.iterdir():
+        if folder.name.startswith(_prefix(out)) and folder.is_dir():
+            with contextlib.suppress(filelock.Timeout, OSError):  # one that is running
+                _remove_unlocked(folder, out)
+
+
+def _remove_unlocked(folder: Path, out: Path) -> None:
+    with filelock.FileLock(folder / _LOCK).acquire(blocking=False):
+        log.info("removing %s, left by an export that was killed", folder)
+        _put_back(folder, out)
         shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():  # Windows keeps a file that is open, such as the lock
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _full_disk_said(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise ExportError(
+            f"{out} could not be written ({error.strerror}): free some space, or choose a folder on "
+            "another disk"
+        ) from error

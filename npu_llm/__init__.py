@@ -6,7 +6,13 @@ Names are imported when they are first used, so that ``import npu_llm`` costs no
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
+
+# `import openvino` and every use of its converter and of NNCF are reported to Google Analytics, without
+# asking, by processes forked from threads; a lock that was waited for meanwhile has hung an export.
+# OpenVINO and NNCF have a stub for where this package cannot be imported.
+sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 
 if TYPE_CHECKING:
     from npu_llm.artifact import Artifact

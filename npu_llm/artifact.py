@@ -10,13 +10,15 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from npu_llm.errors import ArtifactError
+from npu_llm.errors import ArtifactError, OptionError
+from npu_llm.options import GenerationOptions
 
 MANIFEST = "npu_llm.json"
 FORMAT_VERSION = 1
 WEIGHTS_FILE = "weights.bin"
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
+CACHE_DTYPES = ("f16", "f32")
 
 
 @dataclass(frozen=True)
@@ -190,19 +192,23 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} is not a folder: give the folder that `npu-llm export` wrote"
         )
     if not file.is_file():
+        model = folder if (folder / "config.json").is_file() else "MODEL"
         raise ArtifactError(
             f"{folder} is not an npu-llm artifact (it has no {MANIFEST}): "
-            f"make one with `npu-llm export MODEL {folder}-npu`"
+            f"make one with `npu-llm export {model} {folder}-npu`"
         )
     raw = _decode(file, dict[str, Any])
     version = raw.get("format_version")
-    if isinstance(version, int) and version > FORMAT_VERSION:
+    if isinstance(version, int | float) and version > FORMAT_VERSION:
         raise ArtifactError(
             f"{folder} has format {version}, this npu-llm reads up to {FORMAT_VERSION}: "
             "upgrade with `pip install -U npu-llm`, or export the model again"
         )
     manifest: Manifest = _decode(file, Manifest)
     _check_names(folder, manifest)
+    problem = _problem_of(manifest)
+    if problem:
+        raise ArtifactError(f"{file} contradicts itself ({problem}): {_EXPORT_AGAIN}")
     return manifest
 
 
@@ -217,10 +223,48 @@ def _check_names(folder: Path, manifest: Manifest) -> None:
     """Only plain file names: nothing a manifest says may reach outside of its folder."""
     for name in manifest.files:
         if not _FILE_NAME.fullmatch(name):
-            raise ArtifactError(f"{folder / MANIFEST} names {name!r}, which is not a plain file")
+            raise ArtifactError(
+                f"{folder / MANIFEST} names {name!r}, which is not a plain file: {_EXPORT_AGAIN}"
+            )
     for name in [*(graph.file for graph in manifest.graphs), WEIGHTS_FILE]:
         if name not in manifest.files:
             raise ArtifactError(f"{folder / MANIFEST} does not list {name}: {_EXPORT_AGAIN}")
+
+
+def _problem_of(manifest: Manifest) -> str | None:
+    """What no export writes, and no engine could run."""
+    vocab, length = manifest.model.vocab_size, manifest.max_length
+    window = manifest.sliding_window
+    checks = {
+        f"max_length {length}": length >= 1,
+        f"max_positions {manifest.max_positions}": manifest.max_positions >= length,
+        f"sliding_window {window}": window is None or window >= 1,
+        f"cache_dtype {manifest.cache_dtype}": manifest.cache_dtype in CACHE_DTYPES,
+        f"vocab_size {vocab}": vocab >= 1,
+        f"pad token {manifest.tokens.pad}": 0 <= manifest.tokens.pad < vocab,
+        "no layers": bool(manifest.layers),
+        "a layer of no size": all(
+            min(layer.kv_heads, layer.key_dim, layer.value_dim) >= 1 for layer in manifest.layers
+        ),
+        "graphs that do not fit together": _graphs_fit(manifest.graphs, length),
+    }
+    try:
+        GenerationOptions(**manifest.generation_defaults)
+    except (OptionError, TypeError) as error:
+        return f"generation_defaults: {error}"
+    return next((problem for problem, holds in checks.items() if not holds), None)
+
+
+def _graphs_fit(graphs: tuple[GraphInfo, ...], max_length: int) -> bool:
+    """Whether there is a way through: decode and cache of one capacity, or one graph for everything."""
+    if not all(1 <= graph.tokens <= max_length for graph in graphs):
+        return False
+    cached = [graph for graph in graphs if graph.capacity]
+    if not cached:
+        return any(graph.tokens == max_length for graph in graphs)
+    return all(graph.capacity == max_length and graph.writes_cache for graph in cached) and any(
+        graph.tokens == 1 and not graph.all_logits for graph in cached
+    )
 
 
 def sha256(file: Path) -> str:

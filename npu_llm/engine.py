@@ -77,6 +77,9 @@ class Engine(Protocol):
     def decode(self, token_id: int) -> Logits:
         """Run one token; return its logits ``[V]``, valid until the next run."""
 
+    def release_prefill(self) -> None:
+        """Free the graphs that only prompts need."""
+
 
 class BoundGraph:
     """A compiled graph whose tensors are arrays of ours, or of the plugin, bound once."""
@@ -113,8 +116,14 @@ class BoundGraph:
         """Run the graph on what its arrays hold; return the logits ``[1 or N, V]``."""
         begin = time.perf_counter()
         # start_async and wait, because infer() builds a dictionary of all outputs for its caller.
-        self._request.start_async()
-        self._request.wait()
+        try:
+            self._request.start_async()
+            self._request.wait()
+        except RuntimeError as error:
+            raise DeviceError(
+                f"the device failed while running {self.graph.file} ({first_line(error)}): "
+                'try again, or device="CPU"'
+            ) from error
         self._clock.inference_s += time.perf_counter() - begin
         logits: NDArray[np.float32] = self._logits[0]
         return logits
@@ -171,10 +180,13 @@ class GraphPool:
     def get(self, graph: GraphInfo, cache: dict[str, Any]) -> BoundGraph:
         if graph not in self._bound:
             begin = time.perf_counter()
-            compiled = self._compile(graph)
+            self._bound[graph] = self._bind(graph, self._compile(graph), cache)
             self._clock.compile_s += time.perf_counter() - begin
-            self._bound[graph] = self._bind(graph, compiled, cache)
         return self._bound[graph]
+
+    def release(self, *, keep: GraphInfo | None = None) -> None:
+        """Free the memory of all graphs but one; they are compiled again if they are needed again."""
+        self._bound = {graph: bound for graph, bound in self._bound.items() if graph == keep}
 
     def _bind(
         self, graph: GraphInfo, compiled: ov.CompiledModel, cache: dict[str, Any]
@@ -194,7 +206,13 @@ class GraphPool:
         if graph.writes_cache:
             present = PortMemory(model.layers, graph.tokens, self._dtype, "present")
         past = cache if graph.capacity else {}
-        return BoundGraph(graph, compiled, inputs, past, present, self._clock)
+        try:
+            return BoundGraph(graph, compiled, inputs, past, present, self._clock)
+        except RuntimeError as error:
+            raise ArtifactError(
+                f"{graph.file} is not the graph that its manifest describes ({first_line(error)}): "
+                "export the model again"
+            ) from error
 
 
 _MASK_PORTS = ("attention_mask", "sliding_attention_mask")
@@ -258,6 +276,13 @@ class CachedEngine:
         self.position += 1
         return logits
 
+    def release_prefill(self) -> None:
+        self._pool.release(keep=self._decode)
+
+    def release(self) -> None:
+        """Free all graphs; the cache stays."""
+        self._pool.release()
+
 
 class CacheFreeEngine:
     """Runs the one graph ``(max_length, 0)`` for every token: ``input_ids`` themselves shift left."""
@@ -289,6 +314,9 @@ class CacheFreeEngine:
     def decode(self, token_id: int) -> Logits:
         return self.prefill_chunk(Chunk(self._graph, 1), [token_id])
 
+    def release_prefill(self) -> None:
+        pass  # every token needs the one graph
+
 
 def decode_graph(graphs: Sequence[GraphInfo]) -> GraphInfo:
     """The graph that runs one token against the cache."""
@@ -319,9 +347,13 @@ class ArtifactCompiler:
         try:
             return self._core.compile_model(model, self._device.name, dict(self._device.properties))
         except RuntimeError as error:
+            way_out = (
+                "check the properties, or export the model again"
+                if self._device.name == "CPU"
+                else 'try device="CPU", or another weight format at export'
+            )
             raise DeviceError(
-                f"{self._device.name} cannot compile {graph.file} ({first_line(error)}): "
-                'try device="CPU", or another weight format at export'
+                f"{self._device.name} cannot compile {graph.file} ({first_line(error)}): {way_out}"
             ) from error
 
 

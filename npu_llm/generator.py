@@ -78,6 +78,7 @@ class NPUGenerator:
         device_note: str | None,
         kv: str,
         on_full: str,
+        keep_prefill: bool,
     ) -> None:
         self.artifact = artifact
         self.device = device
@@ -85,6 +86,7 @@ class NPUGenerator:
         self.kv = kv
         self.on_full = on_full
         self._engine = engine
+        self._keep_prefill = keep_prefill
         self._tokenizer = _load_tokenizer(artifact)
         self._lock = threading.Lock()
         self._turn = 0
@@ -99,6 +101,7 @@ class NPUGenerator:
         properties: Mapping[str, Any] | None = None,
         on_full: str = "stop",
         cache_dir: str | Path | None = None,
+        keep_prefill: bool = True,
     ) -> NPUGenerator:
         """Open an artifact; its graphs are compiled when first needed.
 
@@ -109,6 +112,8 @@ class NPUGenerator:
             properties: OpenVINO compile properties; they win over the ones chosen here.
             on_full: "stop" when the context is full, or "slide": go on and drop the oldest tokens.
             cache_dir: folder where OpenVINO keeps compiled graphs; None keeps none.
+            keep_prefill: keep the graphs for prompts after a prompt. False frees their memory, about
+                that of the decode graph, and the next prompt waits for them to be compiled again.
 
         Raises:
             ArtifactError: not an artifact, or a damaged one.
@@ -134,6 +139,7 @@ class NPUGenerator:
             device_note=chosen.note,
             kv=kv,
             on_full=on_full,
+            keep_prefill=keep_prefill,
         )
 
     def generate(
@@ -189,6 +195,14 @@ class NPUGenerator:
         if not token_ids:
             raise PromptError("the prompt is empty: give at least one token of text")
         return token_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Turn token ids into text, special tokens left out.
+
+        Raises:
+            PromptError: the artifact has no tokenizer.
+        """
+        return self._need_tokenizer().decode(token_ids)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Render chat messages with the model's own template, ready for its answer.
@@ -306,7 +320,10 @@ class _Run:
             if self._cancel.is_set():
                 raise GenerationError("cancelled before the first token")
         with self._step():
-            return self._sampler.sample(engine.prefill_chunk(self._plan[-1], self._prompt[start:]))
+            token = self._sampler.sample(engine.prefill_chunk(self._plan[-1], self._prompt[start:]))
+            if not owner._keep_prefill:
+                engine.release_prefill()
+            return token
 
     def _next_token(self, token: int) -> int:
         with self._step():
@@ -426,7 +443,7 @@ def _make_engine(artifact: Artifact, compiler: ArtifactCompiler, kv: str) -> Eng
 
 def _check_token_ids(prompt: object, vocab_size: int) -> list[int]:
     values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if not isinstance(values, Sequence):
+    if not isinstance(values, Sequence) or isinstance(values, bytes | bytearray | memoryview):
         raise PromptError(
             "a prompt is a string, a list of chat messages or a list of token ids, "
             f"not {type(prompt).__name__}"

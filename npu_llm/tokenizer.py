@@ -36,7 +36,9 @@ class Tokenizer:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
         except Exception as error:  # the library raises nothing more specific
             reason = " ".join(str(error).split())
-            raise ArtifactError(f"cannot read the tokenizer {path}: {reason}") from error
+            raise ArtifactError(
+                f"cannot read the tokenizer {path} ({reason}): the artifact is damaged, export it again"
+            ) from error
 
     @property
     def vocab_size(self) -> int:

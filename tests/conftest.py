@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# A time limit for each example fails where others use the machine too.
+settings.register_profile("npu-llm", deadline=None)
+settings.load_profile("npu-llm")
 
 MAX_LENGTH = 64
 CHUNK = 16
@@ -34,9 +39,8 @@ class TinyExport:
 @pytest.fixture(scope="session")
 def tiny_export(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyExport]:
     """Export a tiny model by name: all kinds of graphs, fp16 weights, one export a session."""
-    from tiny_models import save_tiny
-
     from npu_llm_export import export_model
+    from tiny_models import save_tiny
 
     made: dict[str, TinyExport] = {}
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from conftest import CHUNK, MAX_LENGTH
 from tiny_models import NAMES, SLIDING_WINDOW
 

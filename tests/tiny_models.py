@@ -18,18 +18,18 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-_COMMON: dict[str, Any] = dict(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=VOCAB,
-    max_position_embeddings=512,
-    bos_token_id=None,
-    eos_token_id=END,
-    pad_token_id=END,
-)
+_COMMON: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": END,
+    "pad_token_id": END,
+}
 _LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 
 

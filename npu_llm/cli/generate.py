@@ -153,7 +153,8 @@ def _load(artifact: Path, loading: dict[str, Any]) -> tuple[NPUGenerator, float]
     from npu_llm.generator import NPUGenerator
 
     started = time.perf_counter()
-    llm = NPUGenerator.from_pretrained(artifact, **loading)
+    # One prompt: its graphs are not needed again, and their memory is.
+    llm = NPUGenerator.from_pretrained(artifact, **loading, keep_prefill=False)
     if llm.device_note:
         terminal.say("", llm.device_note)
     return llm, time.perf_counter() - started
