@@ -61,7 +61,8 @@ def _check_group_size(model: ov.Model, group_size: int) -> None:
     for node, constant in _matrices(model):
         if node.get_type_name() != "MatMul":
             continue
-        inputs = node.input_value(0).get_partial_shape()[-1].get_length()
+        # Tracing keeps torch's order: the matrix is the second operand, [outputs, inputs] or not.
+        inputs = constant.shape[-1 if node.get_attributes()["transpose_b"] else -2]
         if inputs % group_size:
             raise ExportError(
                 f"--group-size {group_size} does not divide {constant.get_friendly_name()}, which has "

@@ -140,6 +140,7 @@ def _export(found: source.Source, request: ExportRequest, draft: Path, progress:
     del compressed
     with progress.stage("Verify saved graphs") as details:
         after = _compare_saved(traced, reference, request, draft, prepared.pad_id)
+        verify.check_saved(after, prepared.weights)
         agreement = f"top-1 agreement {after.top1_agreement:.1%}"
         details.text = f"max abs difference {after.max_abs_diff:.2g}, {agreement}"
     with progress.stage("Write manifest"):
@@ -245,7 +246,8 @@ def _positions(config: PreTrainedConfig, request: ExportRequest) -> int:
     rotary = bool(getattr(text, "rope_parameters", None))
     if known is not None and not rotary and wanted > known:
         raise ExportError(
-            f"this model knows {known:,} positions, not the {wanted:,} of --max-positions"
+            f"this model knows {known:,} positions, which are learned, not {wanted:,}: "
+            f"use --max-positions {known} or less"
         )
     if request.max_length > wanted:
         raise ExportError(

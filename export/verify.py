@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from npu_llm.artifact import GraphInfo
+from npu_llm.artifact import GraphInfo, WeightsInfo
 from npu_llm.engine import (
     CachedEngine,
     CacheFreeEngine,
@@ -26,6 +26,8 @@ from npu_llm_export.trace import logits_only_for
 # Exact arithmetic: without these the CPU plugin may use bf16, or quantise activations on the fly.
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
 TRACED_TOLERANCE = 1e-3
+# Relative errors beyond what the format can explain.
+_LOST = {"fp16": 0.05, "int8": 0.5, "int4": 1.0}
 _DECODE_STEPS = 24
 _VERIFY_RUNS = 2
 _LONGEST_TEXT = 1024
@@ -63,11 +65,16 @@ class Reference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far a set of graphs is from the reference: see :class:`npu_llm.artifact.Verification`."""
+    """How far a set of graphs is from the reference: see :class:`npu_llm.artifact.Verification`.
+
+    ``relative_error`` is the root mean square of all differences over the spread of the reference's
+    logits: 0 is equal, 1 is no better than knowing nothing, unrelated logits give 1.4.
+    """
 
     tokens: int
     max_abs_diff: float
     top1_agreement: float
+    relative_error: float
 
 
 def text_length(graphs: Sequence[GraphInfo], max_length: int, sliding_window: int | None) -> int:
@@ -111,6 +118,7 @@ def compare(
         VerificationError: a graph gives NaN, or two graphs contradict each other.
     """
     diffs: list[float] = []
+    squares: list[float] = []
     agreements: list[bool] = []
     seen: dict[int, NDArray[np.float32]] = {}
     for position, logits, graph in _replay(reference, shape, compile_graph, pad_id):
@@ -119,8 +127,11 @@ def compare(
         _check_contradiction(seen.setdefault(position, logits.copy()), logits, graph, position)
         expected = reference.at(position)
         diffs.append(float(np.abs(logits - expected).max()))
+        squares.append(float(np.square(logits - expected).mean() / expected.var()))
         agreements.append(bool(logits.argmax() == expected.argmax()))
-    return Comparison(len(diffs), max(diffs), sum(agreements) / len(agreements))
+    agreement = sum(agreements) / len(agreements)
+    error = float(np.sqrt(np.mean(squares)))
+    return Comparison(len(diffs), max(diffs), agreement, error)
 
 
 def check_traced(comparison: Comparison) -> None:
@@ -130,6 +141,16 @@ def check_traced(comparison: Comparison) -> None:
             f"the traced graphs differ from the torch model by {comparison.max_abs_diff:.3g} in a "
             f"logit, at most {TRACED_TOLERANCE:g} is rounding: this architecture cannot be exported "
             "faithfully; please report it"
+        )
+
+
+def check_saved(comparison: Comparison, weights: WeightsInfo) -> None:
+    """Raise VerificationError if the compressed graphs have lost the model altogether."""
+    if not comparison.relative_error <= _LOST[weights.format]:
+        raise VerificationError(
+            f"the graphs with {weights.format} weights no longer follow the torch model (relative "
+            f"error {comparison.relative_error:.2f}, top-1 agreement "
+            f"{comparison.top1_agreement:.0%}): use a finer --weights or a smaller --group-size"
         )
 
 

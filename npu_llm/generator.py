@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -448,12 +449,16 @@ def _check_token_ids(prompt: object, vocab_size: int) -> list[int]:
             "a prompt is a string, a list of chat messages or a list of token ids, "
             f"not {type(prompt).__name__}"
         )
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
-            raise PromptError(
-                f"a token id is a whole number from 0 to {vocab_size - 1:,}, not {value!r}"
-            )
-    return list(values)
+    return [_check_token_id(value, vocab_size) for value in values]
+
+
+def _check_token_id(value: Any, vocab_size: int) -> int:
+    whole = isinstance(value, Integral) and not isinstance(value, bool)  # NumPy's integers too
+    if not whole or not 0 <= value < vocab_size:
+        raise PromptError(
+            f"a token id is a whole number from 0 to {vocab_size - 1:,}, not {value!r}"
+        )
+    return int(value)
 
 
 def _round_up(length: int) -> int:

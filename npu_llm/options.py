@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from typing import Any
 
 from npu_llm.errors import OptionError
 
+log = logging.getLogger("npu_llm")
+
+_SAMPLING_ONLY = {"top_k", "top_p", "min_p"}
 _MANAGED = {
     "position_ids": "they are computed from the prompt",
     "past_key_values": "the KV cache belongs to the generator",
@@ -84,7 +88,12 @@ def resolve_options(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Ge
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(known)}"
             raise OptionError(f"unknown generation option {name!r}: {hint}")
-    return GenerationOptions(**{**defaults, **given})
+    options = GenerationOptions(**{**defaults, **given})
+    if options.temperature == 0.0:
+        for name in _SAMPLING_ONLY & set(given):
+            if getattr(options, name) != getattr(GenerationOptions, name):
+                log.warning("%s has no effect with temperature 0: give a temperature too", name)
+    return options
 
 
 def _check_int(name: str, value: object, *, minimum: int) -> None:

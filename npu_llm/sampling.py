@@ -58,6 +58,11 @@ class Sampler:
         Raises:
             GenerationError: the logits hold NaN or +inf, or are all -inf.
         """
+        if logits.size != self._scores.size:
+            raise GenerationError(
+                f"the model gives {logits.size:,} logits, its manifest says {self._scores.size:,}: "
+                "the artifact is damaged, export it again"
+            )
         scores = self._penalised(logits)
         token = _likeliest(scores)
         if not self._greedy:

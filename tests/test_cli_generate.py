@@ -47,7 +47,7 @@ class _Terminal(io.StringIO):
 def test_flags_that_were_not_given_are_not_passed_on(calls: list[dict[str, Any]]) -> None:
     assert _generate("Hi") == 0
     loading, generation = calls
-    assert set(loading) == {"path"}
+    assert set(loading) == {"path", "keep_prefill"}
     assert generation == {"prompt": "Hi"}
 
 
@@ -66,6 +66,7 @@ def test_every_flag_is_passed_on_under_its_python_name(calls: list[dict[str, Any
         "kv": "shift",
         "on_full": "slide",
         "properties": {"A": "1", "B": "x=y"},
+        "keep_prefill": False,  # one prompt: its graphs are not needed again
     }
     assert generation == {
         "prompt": "Hi",

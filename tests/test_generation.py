@@ -279,3 +279,34 @@ def test_cancel_ends_after_the_current_token_with_what_there_is(tiny_export: Any
             cancel.set()
     assert chunks[-1].finish_reason == "cancelled"
     assert len(chunks) == 6
+
+
+def test_an_option_without_effect_is_said_not_ignored(
+    tiny_export: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    generator = tiny_export("llama").generator()
+    generator.generate("x", max_new_tokens=1, temperature=0.0, top_p=0.5)
+    assert caplog.messages == ["top_p has no effect with temperature 0: give a temperature too"]
+    caplog.clear()
+    generator.generate("x", max_new_tokens=1, temperature=0.7, top_p=0.5)
+    assert not caplog.messages
+
+
+def test_metrics_count_tokens_chunks_and_time(tiny_export: Any) -> None:
+    generator = tiny_export("llama").generator()
+    metrics = generator.generate(prompt_of(CHUNK + 4), max_new_tokens=9, **GREEDY).metrics
+    assert (metrics.prompt_tokens, metrics.generated_tokens) == (CHUNK + 4, 9)
+    assert metrics.chunks == (CHUNK, CHUNK)
+    assert metrics.padding_share == (CHUNK - 4) / (2 * CHUNK)
+    assert metrics.compile_s > 0
+    again = generator.generate(prompt_of(CHUNK + 4), max_new_tokens=9, **GREEDY).metrics
+    assert again.compile_s == 0
+    assert 0 < again.host_s < again.tpot_s
+
+
+def test_without_its_prefill_graphs_the_next_prompt_compiles_them_again(tiny_export: Any) -> None:
+    generator = tiny_export("llama").generator(keep_prefill=False)
+    first = generator.generate(prompt_of(20), max_new_tokens=5, **GREEDY)
+    second = generator.generate(prompt_of(20), max_new_tokens=5, **GREEDY)
+    assert first.token_ids == second.token_ids
+    assert second.metrics.compile_s > 0
