@@ -17,15 +17,6 @@ class Device:
     properties: Mapping[str, Any]
     note: str | None = None
 
-    @property
-    def owns_memory(self) -> bool:
-        """Whether the plugin should allocate the tensors and the host write into them.
-
-        An NPU reads host memory only through buffers of its driver; any other memory is copied at
-        every inference.
-        """
-        return self.name.startswith("NPU")
-
 
 def choose_device(
     wanted: str, available: Sequence[str], properties: Mapping[str, Any] | None = None

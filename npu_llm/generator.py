@@ -178,7 +178,8 @@ class NPUGenerator:
         resolved = resolve_options(self.artifact.manifest.generation_defaults, options)
         token_ids = self.encode(prompt)
         self._check_length(len(token_ids))
-        return self._generate(token_ids, resolved, cancel or threading.Event(), begin)
+        run = _Run(self, token_ids, resolved, cancel or threading.Event(), begin)
+        return self._chunks(run)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Turn any kind of prompt into token ids.
@@ -235,14 +236,7 @@ class NPUGenerator:
                 "positions: shorten it, or export again with a larger --max-positions"
             )
 
-    def _generate(
-        self,
-        prompt: list[int],
-        options: GenerationOptions,
-        cancel: threading.Event,
-        begin: float,
-    ) -> Iterator[GenerationChunk]:
-        run = _Run(self, prompt, options, cancel, begin)
+    def _chunks(self, run: _Run) -> Iterator[GenerationChunk]:
         try:
             yield from run.chunks()
         except GenerationError:
@@ -282,6 +276,7 @@ class _Run:
         self._eos = frozenset() if options.ignore_eos else frozenset(manifest.tokens.eos)
         self._plan = self._engine.plan(len(prompt))
         self._compile_s = 0.0
+        self._turn = -1  # not yet begun
 
     def is_current(self) -> bool:
         return self._turn == self._owner._turn
