@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,15 +149,19 @@ def load_model(source: Source, config: PreTrainedConfig) -> PreTrainedModel:
     """
     from transformers import AutoModelForCausalLM
 
-    # A GGUF file holds a few bits a weight: f16 is enough for them, and half of f32.
-    dtype = torch.float16 if source.gguf_file else "auto"
+    if source.gguf_file:
+        # It holds a few bits a weight: f16 is enough for them, and half of f32.
+        options: dict[str, Any] = {"dtype": torch.float16}
+    else:
+        # Never the pickles of old: loading one can run what is hidden in it.
+        options = {"dtype": "auto", "use_safetensors": True}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.location,
             config=config,  # or it would be read once more, which takes seconds for a GGUF file
-            dtype=dtype,
             low_cpu_mem_usage=True,
             output_loading_info=True,
+            **options,
             **source.arguments(),
         )
     except Exception as error:
@@ -246,6 +251,11 @@ def _not_loadable(source: Source, error: Exception) -> ExportError:
     if "trust_remote_code" in text:
         return ExportError(
             f"{name} comes with Python code of its own: read it, and run it with --trust-remote-code"
+        )
+    if "safetensors" in text and re.search("does not appear to have|no file named", text):
+        return ExportError(
+            f"{name} has no weights in safetensors files: download it again if they are missing; if it "
+            "has others (.bin), which can run code when they are loaded, convert it to safetensors"
         )
     if "does not recognize this architecture" in text:
         return UnsupportedModelError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npu_llm.artifact import TokenInfo
@@ -171,16 +170,32 @@ def _candidates(
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         found["transformers"] = tokenizers.Tokenizer.from_str(backend.to_str())
-    file = Path(source.location) / "tokenizer.json"
-    if file.is_file():
+    file = _authors_tokenizer(source)
+    if file is not None:
         try:
-            found["tokenizer.json"] = tokenizers.Tokenizer.from_file(str(file))
+            found["tokenizer.json"] = tokenizers.Tokenizer.from_file(file)
         except Exception as error:
-            log.warning("%s cannot be read: %s", file.name, error)
+            log.warning("the model's tokenizer.json cannot be read: %s", error)
     for candidate in found.values():
         candidate.no_truncation()
         candidate.no_padding()
     return found
+
+
+def _authors_tokenizer(source: Source) -> str | None:
+    """Path of the model's own ``tokenizer.json``, from its folder or the hub; None if it has none."""
+    from transformers.utils.hub import cached_file
+
+    if source.gguf_file:
+        return None
+    path: str | None = cached_file(
+        source.location,
+        "tokenizer.json",
+        revision=source.revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return path
 
 
 def _lost_samples(tokenizer: tokenizers.Tokenizer) -> list[str]:

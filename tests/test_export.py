@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openvino as ov
 import pytest
+import torch
 
-from conftest import CHUNK, MAX_LENGTH
-from npu_llm import Artifact, NPUGenerator, VerificationError
+from conftest import CHUNK, EXACT, MAX_LENGTH
+from npu_llm import Artifact, ExportError, NPUGenerator, VerificationError
 from npu_llm_export import export as export_module
 from npu_llm_export import export_model
+from test_generation import clear_case, transformers_tokens
 from tiny_models import NAMES, save_tiny
 
 FORBIDDEN = {"Sin", "Cos", "Range", "ShapeOf"}
@@ -167,6 +170,26 @@ def test_the_models_generation_config_gives_the_defaults(tmp_path: Path) -> None
     manifest = export_model(tmp_path / "model", tmp_path / "out", max_length=32).manifest
     assert manifest.generation_defaults == {"temperature": 0.6, "top_k": 20}
     assert manifest.tokens.eos == (256, 258)
+
+
+def test_a_bf16_checkpoint_gives_the_tokens_of_its_weights_in_f32(tmp_path: Path) -> None:
+    """Every bf16 value of these weights is an f16 value too, so the fp16 export holds the same."""
+    model = save_tiny("llama", tmp_path / "model").bfloat16()
+    model.save_pretrained(tmp_path / "model")
+    export_model(tmp_path / "model", tmp_path / "out", max_length=MAX_LENGTH, weights="fp16")
+    generator = NPUGenerator.from_pretrained(tmp_path / "out", device="CPU", properties=EXACT)
+    oracle = partial(transformers_tokens, model.float(), new_tokens=12)
+    prompt, expected = clear_case(CHUNK + 2, oracle)
+    result = generator.generate(prompt, max_new_tokens=12, temperature=0.0, ignore_eos=True)
+    assert list(result.token_ids) == expected
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    model = save_tiny("llama", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "model" / "pytorch_model.bin")
+    with pytest.raises(ExportError, match="no weights in safetensors files"):
+        export_model(tmp_path / "model", tmp_path / "out", max_length=32)
 
 
 @pytest.mark.parametrize("stage", ["traced", "saved"])

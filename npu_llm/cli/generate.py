@@ -29,7 +29,7 @@ Examples:
 
 # Sampling flags, under the names they have in Python (npu_llm.GenerationOptions).
 _SAMPLING: tuple[tuple[str, type, str], ...] = (
-    ("max-new-tokens", int, "Most tokens to generate."),
+    ("max-new-tokens", int, "Most tokens to generate.  [default: 256]"),
     ("temperature", float, "Divides the logits; 0 is greedy."),
     ("top-k", int, "Keep the K likeliest tokens; 0 keeps all."),
     ("top-p", float, "Keep the likeliest tokens up to probability P."),
