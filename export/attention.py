@@ -36,20 +36,22 @@ class TracingCache(Cache):
         past: keys and values of each layer in turn, ``[1, Hkv, C, D]`` each; None for an exploratory
             run without a past.
         full_mask: additive mask ``[1, 1, N, C+N]`` for layers that see the whole context.
-        sliding_mask: the same for layers with a sliding window; None where no window is smaller
-            than the context, so that the full mask serves them too.
+        sliding_mask: the same for layers with a sliding window of ``sliding_window`` tokens; None
+            where no window is smaller than the context, so that the full mask serves them too.
     """
 
     def __init__(
         self,
         past: Sequence[torch.Tensor] | None,
         full_mask: torch.Tensor,
-        sliding_mask: torch.Tensor | None,
+        sliding_mask: torch.Tensor | None = None,
+        sliding_window: int | None = None,
     ) -> None:
         super().__init__(layers=[])
         self._past = None if past is None else list(zip(past[0::2], past[1::2], strict=True))
         self.full_mask = full_mask
         self.sliding_mask = sliding_mask
+        self.sliding_window = sliding_window
         self.windows: set[int | None] = set()
         self.new: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.attended: list[int] = []
@@ -175,9 +177,9 @@ def host_mask(
     cache = _active[-1]
     window = _window_of(mask_function, local_size)
     cache.windows.add(window)
-    if window is None or cache.sliding_mask is None:
-        return cache.full_mask
-    return cache.sliding_mask
+    if cache.sliding_mask is not None and window == cache.sliding_window:
+        return cache.sliding_mask
+    return cache.full_mask
 
 
 def _window_of(mask_function: Any, local_size: int | None) -> int | None:

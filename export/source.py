@@ -161,6 +161,8 @@ def load_model(source: Source, config: PreTrainedConfig) -> PreTrainedModel:
             config=config,  # or it would be read once more, which takes seconds for a GGUF file
             low_cpu_mem_usage=True,
             output_loading_info=True,
+            # The reference has to be the whole model: torch's own attention leaves out softcaps.
+            attn_implementation="eager",
             **options,
             **source.arguments(),
         )

@@ -42,10 +42,11 @@ class TracedModel:
 class FlatModel(torch.nn.Module):
     """A causal language model as a function from tensors to tensors, in the order of ``port_names``."""
 
-    def __init__(self, model: PreTrainedModel, masks: tuple[str, ...]) -> None:
+    def __init__(self, model: PreTrainedModel, masks: tuple[str, ...], window: int | None) -> None:
         super().__init__()
         self.model = model
         self._masks = masks
+        self._window = window
 
     def forward(
         self,
@@ -56,7 +57,7 @@ class FlatModel(torch.nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         masks, past = rest[: len(self._masks)], rest[len(self._masks) :]
         sliding = masks[-1] if SLIDING_MASK in self._masks else None
-        cache = TracingCache(past, masks[0], sliding)
+        cache = TracingCache(past, masks[0], sliding, self._window)
         logits = run_model(self.model, cache, input_ids, position_ids, logit_rows)
         cache.check_complete(len(past) // 2)
         return (logits, *cache.present())
@@ -136,7 +137,7 @@ def _explore(
     """Run the model once without a past: what its keys and values look like, which masks it wants."""
     tokens = 3
     causal = torch.full((tokens, tokens), -1e9).triu(1)[None, None]
-    cache = TracingCache(None, causal, None)
+    cache = TracingCache(None, causal)
     positions = torch.arange(tokens)[None]
     run_model(model, cache, torch.zeros_like(positions), positions, torch.tensor([tokens - 1]))
     cache.check_complete(layers)
@@ -158,7 +159,9 @@ def _trace(
     window = next((w for w in windows if w is not None), None)
     masks = (FULL_MASK,) * (None in windows) + (SLIDING_MASK,) * (window is not None)
     example = _example(layers, masks)
-    scripted = torch.jit.trace(FlatModel(model, masks), example, strict=False, check_trace=False)
+    scripted = torch.jit.trace(
+        FlatModel(model, masks, window), example, strict=False, check_trace=False
+    )
     traced = ov.convert_model(scripted, example_input=example)
     _name_ports(traced, masks, layers)
     return TracedModel(traced, layers, window)

@@ -97,7 +97,8 @@ def make_reference(
     length = len(token_ids)
     tail = _DECODE_STEPS + _VERIFY_RUNS * _verify_tokens(graphs)
     prompt = max(length - tail, min(length, 1 + length // 2))
-    chunk_ends = {end - 1 for graph in graphs for end in _chunk_ends(prompt, graph.tokens)}
+    sizes = [graph.tokens for graph in graphs if graph.tokens > 1 and not graph.all_logits]
+    chunk_ends = {end - 1 for size in sizes or [1] for end in _chunk_ends(prompt, size)}
     rows = sorted(chunk_ends | set(range(prompt - 1, length)))
     ids = torch.tensor([list(token_ids)])
     with torch.no_grad(), logits_only_for(model, torch.tensor(rows)):

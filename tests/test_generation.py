@@ -80,7 +80,7 @@ def sliding_torch_tokens(
     for _ in range(new_tokens):
         mask: Any = band_mask(len(tokens), MAX_LENGTH)
         windowed = band_mask(len(tokens), SLIDING_WINDOW)
-        if name == "gemma3":
+        if name in ("gemma2", "gemma3"):
             mask = {"full_attention": mask, "sliding_attention": windowed}
         elif name == "mistral":
             mask = windowed

@@ -44,6 +44,14 @@ def _config(name: str) -> transformers.PreTrainedConfig:
         return transformers.Gemma3TextConfig(
             **_COMMON, head_dim=16, sliding_window=SLIDING_WINDOW, layer_types=_LAYERS
         )
+    if name == "gemma2":  # softcaps that bite, in attention and in the logits
+        return transformers.Gemma2Config(
+            **_COMMON,
+            head_dim=16,
+            sliding_window=SLIDING_WINDOW,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=20.0,
+        )
     if name == "mistral":  # every layer has a sliding window
         return transformers.MistralConfig(**_COMMON, head_dim=16, sliding_window=SLIDING_WINDOW)
     if name == "phi3":
@@ -61,7 +69,7 @@ def _config(name: str) -> transformers.PreTrainedConfig:
     )
 
 
-NAMES = ("llama", "qwen2", "qwen3", "gemma3", "mistral", "phi3", "gpt2")
+NAMES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "gpt2")
 
 
 def make_model(name: str) -> Any:
@@ -70,7 +78,10 @@ def make_model(name: str) -> Any:
     Its matrices are larger than usual, so that the best token leads by more than rounding.
     """
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(_config(name)).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        _config(name),
+        attn_implementation="eager",  # torch's own attention leaves out softcaps
+    ).eval()
     for parameter in model.parameters():
         if parameter.dim() >= 2:
             parameter.data *= 6.0
