@@ -31,6 +31,7 @@ from npu_llm_export.specialise import specialise
 from npu_llm_export.trace import TracedModel, trace_model
 
 DEFAULT_CHUNK = 128
+DEFAULT_VERIFY = 8
 MOST_POSITIONS = 32_768
 _SAVED_CACHE = "f16"
 
@@ -63,7 +64,7 @@ def export_model(
     *,
     max_length: int = 1024,
     chunks: Sequence[int] | None = None,
-    verify_tokens: int = 8,
+    verify_tokens: int | None = None,
     weights: str | None = None,
     group_size: int = -1,
     kv_cache: bool = True,
@@ -81,7 +82,8 @@ def export_model(
         out: folder to write; it appears when it is whole, or not at all.
         max_length: longest context in tokens, prompt and answer together.
         chunks: sizes of the prefill graphs in tokens; None is one of 128.
-        verify_tokens: tokens of the small graph with logits for every position; 0 leaves it out.
+        verify_tokens: tokens of the small graph with logits for every position; None is 8, 0 leaves
+            it out.
         weights: "int4", "int8" or "fp16"; None is int8 below a billion parameters, else int4.
         group_size: weights that share an int4 scale; -1 is a whole output channel.
         kv_cache: False writes only the graph ``(max_length, 0)``, which has no cache.
@@ -179,7 +181,7 @@ def _trace(
 def _check_request(
     max_length: int,
     chunks: Sequence[int] | None,
-    verify_tokens: int,
+    verify_tokens: int | None,
     weights: str | None,
     group_size: int,
     kv_cache: bool,
@@ -200,8 +202,10 @@ def _check_request(
             f"--max-positions {max_positions} is less than --max-length {max_length}: "
             "every token of a context needs a position"
         )
-    if not kv_cache and (chunks or full_prefill):
-        raise OptionError("--no-kv-cache writes one graph: leave out --chunk and --full-prefill")
+    if not kv_cache and (chunks or full_prefill or verify_tokens):
+        raise OptionError(
+            "--no-kv-cache writes one graph: leave out --chunk, --verify-tokens and --full-prefill"
+        )
     graphs = (
         _cached_graphs(max_length, chunks, verify_tokens, full_prefill)
         if kv_cache
@@ -211,8 +215,10 @@ def _check_request(
 
 
 def _cached_graphs(
-    max_length: int, chunks: Sequence[int] | None, verify_tokens: int, full_prefill: bool
+    max_length: int, chunks: Sequence[int] | None, verify_tokens: int | None, full_prefill: bool
 ) -> tuple[GraphInfo, ...]:
+    if verify_tokens is None:
+        verify_tokens = min(DEFAULT_VERIFY, max_length)
     sizes = sorted(set(chunks or (min(DEFAULT_CHUNK, max_length),)))
     for size in sizes:
         if not 2 <= size <= max_length:

@@ -30,7 +30,7 @@ def test_defaults_are_the_documented_ones(exporter: FakeExporter, tmp_path: Path
             "out": tmp_path / "out",
             "max_length": 1024,
             "chunks": None,
-            "verify_tokens": 8,
+            "verify_tokens": None,
             "weights": None,
             "group_size": -1,
             "kv_cache": True,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from conftest import CHUNK, EXACT, MAX_LENGTH
-from npu_llm import Artifact, ExportError, NPUGenerator, VerificationError
+from npu_llm import Artifact, ExportError, NPUGenerator, OptionError, VerificationError
 from npu_llm_export import export as export_module
 from npu_llm_export import export_model
 from test_generation import clear_case, transformers_tokens
@@ -138,6 +138,14 @@ def test_without_a_cache_there_is_one_graph_and_it_answers(tmp_path: Path) -> No
     generator = NPUGenerator.from_pretrained(artifact.path, device="CPU")
     assert generator.kv == "none"
     assert len(generator.generate("hi", max_new_tokens=4, ignore_eos=True).token_ids) == 4
+
+
+@pytest.mark.parametrize("extra", [{"verify_tokens": 4}, {"chunks": [8]}, {"full_prefill": True}])
+def test_without_a_cache_no_other_graph_can_be_asked_for(
+    extra: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(OptionError, match="writes one graph"):
+        export_model(tmp_path, tmp_path / "out", kv_cache=False, **extra)
 
 
 def test_several_chunk_sizes_and_no_verify_graph(tmp_path: Path) -> None:

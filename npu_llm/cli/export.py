@@ -60,9 +60,7 @@ Examples:
 @click.option(
     "--verify-tokens",
     type=int,
-    default=8,
-    show_default=True,
-    help="Size of the graph with logits for all its tokens; 0 leaves it out.",
+    help="Size of the graph with logits for all its tokens; 0 leaves it out.  [default: 8]",
 )
 @click.option(
     "--weights",
