@@ -678,7 +678,7 @@ def test_out_cannot_be_made(refuse: Refuse, llama: TinyExport, tmp_path: Path) -
         (
             "--no-kv-cache --full-prefill",
             {"kv_cache": False, "full_prefill": True},
-            ["--no-kv-cache", "leave out --chunk and --full-prefill"],
+            ["--no-kv-cache", "leave out --chunk, --verify-tokens and --full-prefill"],
         ),
         ("--revision main", {"revision": "main"}, ["--revision", "hub", "leave it out"]),
     ],
