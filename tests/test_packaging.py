@@ -117,10 +117,10 @@ def test_scripts_name_the_way_out_when_python_is_too_old(script: str, tmp_path: 
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
     (tmp_path / "scripts").mkdir()
-    copy = tmp_path / "scripts" / script
-    copy.write_text((REPOSITORY / "scripts" / script).read_text())
+    for name in (script, "venv.sh"):
+        (tmp_path / "scripts" / name).write_text((REPOSITORY / "scripts" / name).read_text())
     ended = subprocess.run(
-        ["bash", str(copy)],
+        ["bash", str(tmp_path / "scripts" / script)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHON": str(old)},
