@@ -17,6 +17,7 @@ from npu_llm.errors import UnsupportedModelError
 from npu_llm_export.trace import FULL_MASK, LOGIT_ROWS, PAST, PRESENT, SLIDING_MASK
 
 CACHE_TYPES = {"f16": ov.Type.f16, "f32": ov.Type.f32}
+_SMALL = 64  # bytes
 _INTEGERS = {ov.Type.i64: np.int64, ov.Type.i32: np.int32, ov.Type.boolean: np.bool_}
 # Positions must come from the tables, and shapes must be known: none of these may be left.
 _FORBIDDEN = ("Sin", "Cos", "Range", "ShapeOf", "Loop", "If", "ReadValue")
@@ -39,6 +40,7 @@ def specialise(
     if not graph.writes_cache:
         _remove_present(model)
     _fold_shapes(model)
+    _share_constants(model)
     model = _with_cache_type(model, CACHE_TYPES[cache_dtype])
     _check_fixed(model, graph)
     return model
@@ -168,6 +170,19 @@ def _evaluate(node: ov.Node) -> NDArray[Any]:
         )
     value: NDArray[Any] = result.data.copy()
     return value
+
+
+def _share_constants(model: ov.Model) -> None:
+    """Let equal small constants be one: axes and shapes are a third of all nodes, and time to compile."""
+    seen: dict[tuple[str, tuple[int, ...], bytes], ov.Output] = {}
+    for node in model.get_ordered_ops():
+        if node.get_type_name() == "Constant" and node.data.nbytes <= _SMALL:
+            kind = node.get_element_type().get_type_name()
+            key = (kind, node.data.shape, node.data.tobytes())
+            if key in seen:
+                node.output(0).replace(seen[key])
+            else:
+                seen[key] = node.output(0)
 
 
 def _with_cache_type(model: ov.Model, cache_type: ov.Type) -> ov.Model:
