@@ -126,9 +126,19 @@ def trace_model(model: PreTrainedModel, positions: int, max_length: int) -> Trac
     except NPULLMError:
         raise
     except Exception as error:
+        _raise_swallowed_signal(error)
         raise ExportError(
             f"tracing {type(model).__name__} failed: {type(error).__name__}: {error}"
         ) from error
+
+
+def _raise_swallowed_signal(error: Exception) -> None:
+    """OpenVINO's converter calls back into Python, and turns a Ctrl-C there into its own error."""
+    text = str(error)
+    if "KeyboardInterrupt" in text:
+        raise KeyboardInterrupt from error
+    if "SystemExit" in text:  # what the command line makes of SIGTERM
+        raise SystemExit(143) from error
 
 
 def _explore(

@@ -436,3 +436,24 @@ CachedEngine.prefill_chunk = interrupted
 """
     ended = server.run("generate", artifact, "Hello", *ENDLESS, setup=setup)
     assert (ended.code, ended.out, ended.err) == (130, "", "")
+
+
+@pytest.mark.parametrize(
+    ("swallowed", "raised"),
+    [("KeyboardInterrupt: <>", KeyboardInterrupt), ("SystemExit: 143", SystemExit)],
+)
+def test_a_signal_that_the_converter_swallows_is_raised_again(
+    swallowed: str, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """OpenVINO's converter reports whatever its Python callbacks raise as a failed conversion."""
+    from npu_llm_export import export_model, trace
+    from tiny_models import save_tiny
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError(f"Conversion is failed for: aten::slice {swallowed}")
+
+    save_tiny("llama", tmp_path / "model")
+    monkeypatch.setattr(trace.ov, "convert_model", fail)
+    with pytest.raises(raised):
+        export_model(tmp_path / "model", tmp_path / "out", max_length=32)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
